@@ -899,23 +899,20 @@ class _Reading:
         if step.name == "iota":
             positions = self.twins[0][self.twin_of[i]][(0,) * len(self.sizes[i])]
             mend: Callable = lambda *_: own_shard(positions, shape, cuts)
-            each = {"positions": same}
+            each = {"positions": same[:1]}
         elif step.name in ("slice", "dynamic_slice"):
             first = step.params.get("start_indices", ())
             taken = lambda x, *begin: lax.dynamic_slice(x, begin or first, over)
             mend = lambda *xs: own_shard(taken(*xs), shape, cuts)
-            each = {"same slice": same}
+            each = {"same slice": same[:1]}
         else:
             mend = draw_shard(step.params, over, sizes, cuts)
             cut = [*sum(cuts, ())]
-            each = {"another key": [a for a in differs if a not in cut], "same key": same}
+            each = {"another key": [a for a in differs if a not in cut][:1], "same key": same[:1]}
+            # the ranks of no axis have all one key, but some ranks of several have
             each = each if any(each.values()) else {"shared key": cut}
         cures = {s: (s.takes, mend) for s in self.everywhere({step: mend})}
-        yield from (
-            self.finding(key, step, i, axes if key == "shared key" else axes[:1], cures)
-            for key, axes in each.items()
-            if axes
-        )
+        yield from (self.finding(key, step, i, axes, cures) for key, axes in each.items() if axes)
 
     def finding(
         self,

@@ -437,7 +437,7 @@ def share_draws(many: Program, one: Program, given: Mapping[int, frozenset[str]]
     pair = twins(many, one)
     makers = {i: step for _, step in one.all_steps() for i in step.gives}
     differs = defaultdict[int, frozenset[str]](frozenset, given)  # along which axes a value may
-    shared = False
+    may_differ = False
     for program, step in many.all_steps():
         axes = frozenset(step.axes) if step.name == "axis_index" else frozenset()
         axes = axes.union(*(differs[x] for x in step.takes))
@@ -445,9 +445,9 @@ def share_draws(many: Program, one: Program, given: Mapping[int, frozenset[str]]
         other = makers.get(pair.get(step.gives[0], -1)) if step.gives else None
         for (part, takes), (twin, _) in zip(step.parts, other.parts if other else (), strict=False):
             inside = {i: differs[x] for i, x in zip(part.takes, takes, strict=True)}
-            shared |= share_draws(part, twin, inside)
+            may_differ |= share_draws(part, twin, inside)
         is_own = step.name == "random_bits" and bool(axes)
-        shared |= is_own
+        may_differ |= is_own
         if is_own and other:
             local, whole = (x.eqn.outvars[0].aval.shape for x in (step, other))
             if cuts := cuts_of_shape(local, whole, program.sizes, axes):
@@ -456,7 +456,7 @@ def share_draws(many: Program, one: Program, given: Mapping[int, frozenset[str]]
                 share = draw_shard(step.params, whole, program.sizes, own, rest)
                 step.call = functools.partial(_draw, step.call, share, sum(own, []))
                 other.call = draw_shard(other.params, whole, {}, [()] * len(whole))
-    return shared
+    return may_differ
 
 
 def _draw(draw: Callable, share: Callable, axes: list[str], key: Any) -> Any:

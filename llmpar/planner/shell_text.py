@@ -66,7 +66,6 @@ def script_commands(text: str) -> list[list[str]]:
     $X elsewhere, and so does one that is set on a condition: none is decided. Raises ValueError for a
     quotation without an end."""
     script, options = _Script(), " ".join(_SBATCH.findall(text))
-    text = re.sub(r"\bsrun\b", f"srun {options}", text)
     for pattern, names in _SLURM.items():
         for value in re.findall(pattern, options)[-1:]:
             script.values |= dict.fromkeys(names, value)
@@ -76,7 +75,8 @@ def script_commands(text: str) -> list[list[str]]:
     rest = {x: y for x, y in script.values.items() if x not in script.used}
     words = [x for y in rest.values() if re.match(r"\s*--?[A-Za-z]", y) for x in y.split()]
     own = [x for x in map("=".join, script.values.items()) if re.fullmatch(_LAUNCHED, x)]
-    run = [[*own, *words] for words in script.run]
+    of_srun = lambda words: options.split() if "srun" in words else []
+    run = [[*own, *of_srun(words), *words] for words in script.run]
     return [*run, words + [f"{x}={y}" for x, y in rest.items() if x.islower()]]
 
 

@@ -148,14 +148,14 @@ class Checked:
 
     def __call__(self, state: Any, batch: Any) -> Any:
         check_alive((state, batch))
-        more = batch.keys() - _TOKENS if isinstance(batch, dict) else set()
-        if more and more != _SAMPLED:
+        arrays = batch if isinstance(batch, dict) else {}
+        if (more := arrays.keys() - _TOKENS) and more != _SAMPLED:
             raise ValueError(
                 f"the batch has {', '.join(sorted(more))} beside tokens, targets, positions and segments,"
                 " and no loss reads that; give both advantages and logprobs (reinforcement learning), or"
                 " neither"
             )
         for name in ("tokens", "targets"):  # of another batch JAX names what is missing
-            if isinstance(batch, dict) and not isinstance(batch.get(name), jax.core.Tracer | None):
-                check_tokens(name, batch[name], self.vocab_size)
+            if not isinstance(arrays.get(name), jax.core.Tracer | None):
+                check_tokens(name, arrays[name], self.vocab_size)
         return self.jitted(state, batch)
